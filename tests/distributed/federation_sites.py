@@ -91,13 +91,21 @@ class Federation:
         return process
 
     def join(
-        self, name: str, number: int, *, of: int = 3, token: str = "", environment: dict[str, str] | None = None
+        self,
+        name: str,
+        number: int,
+        *,
+        of: int = 3,
+        token: str = "",
+        environment: dict[str, str] | None = None,
+        workers: int = 1,
     ) -> subprocess.Popen[bytes]:
         invitation = Invitation.from_text(token) if token else None
         address = invitation.address if invitation else self.address
         command = ["federation", "join", address, "--folder", str(self.folder / f"client-{name}")]
         command += ["--token", token] if token else []
         command += ["--data", "federation_sites:part", "--set", f"data.number={number}", "--set", f"data.of={of}"]
+        command += ["--workers", str(workers)] if workers > 1 else []
         return self._start(command, self.folder / f"{name}.log", environment)
 
     def invite(self, name: str) -> str:

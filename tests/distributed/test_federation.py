@@ -17,6 +17,7 @@ import torch
 from federation_sites import Federation, reference, wait_for
 
 import cordee
+from cordee import checkpoint
 from cordee.checkpoint import load_newest, weights_sha256
 from cordee.cluster import Team
 from cordee.cluster.engines.agent_messages import Versions
@@ -207,6 +208,40 @@ def test_a_killed_client_costs_its_update_only(federations: MakeFederation, sett
     # A busy machine may make a round before the third site is there.
     assert took_part[-1] == 2 and sum(took_part) in (5, 6, 7, 8), took_part
     assert any("client 2 was lost" in event["message"] for event in federation.events("warning"))
+
+
+@pytest.mark.parametrize(
+    ("point", "victim", "visit"),
+    [
+        pytest.param("share.done", "worker-1", 4, id="follows"),
+        pytest.param("federation.client_result", "worker-0", 2, id="leads", marks=pytest.mark.long),
+    ],
+)
+def test_a_client_that_is_a_team_sends_what_one_worker_would_and_survives_a_loss(
+    federations: MakeFederation, point: str, victim: str, visit: int
+) -> None:
+    """Sums are rounded in another order, and what is sent in 12 steps differs by less than 1e-5."""
+    federation = federations(rounds=3)
+    faults = federation.folder / "faults"
+    server = federation.serve("--listen", "127.0.0.1", "--clients", "2")
+    environment = ask_for(faults, [Fault(point, victim, "kill", visit)])
+    tokens = [federation.invite(name) for name in SITES[:2]]
+    clients = [
+        federation.join("0", 0, of=2, token=tokens[0], workers=2, environment=environment),
+        federation.join("1", 1, of=2, token=tokens[1]),
+    ]
+    assert server.wait(timeout=150) == 0, federation.log("server")
+    for name, client in zip(SITES, clients, strict=False):
+        assert client.wait(timeout=60) == 0, federation.log(name)
+    assert happened(faults), federation.log("0")
+    assert [event["num_took_part"] for event in federation.events("round")] == [2, 2, 2]
+    loaded = load_newest(federation.run_dir / "checkpoints")
+    assert loaded is not None
+    weights = loaded.state.part("model").tensors
+    parts = assemble(Job.load(federation.job_file), Team())
+    checkpoint.load_model_state(parts.model, weights)
+    server_alone = reference(federation.job_file, SITES[:2])[1]
+    torch.testing.assert_close(FlatModel(parts.model).shared, server_alone.parameters, rtol=0, atol=1e-5)
 
 
 def test_who_is_refused_and_what_listens(federations: MakeFederation, monkeypatch: pytest.MonkeyPatch) -> None:

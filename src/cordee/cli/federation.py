@@ -84,6 +84,12 @@ def join(
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run code that the server's job names (module:callable).")
     ] = False,
+    patience: Annotated[
+        str, typer.Option(help="How long to look for a server that is gone, e.g. 10m.", metavar="TIME")
+    ] = "1h",
+    workers: Annotated[
+        int, typer.Option(help="Workers of this host that train together as this client.", metavar="N", min=1)
+    ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Train once, say what would be sent, send nothing.")
     ] = False,
@@ -94,6 +100,8 @@ def join(
     """
     import msgspec
 
+    from cordee.core.durations import parse_duration
+    from cordee.core.errors import JobError
     from cordee.runs.federation.messages import Invitation
     from cordee.tools.federation import JoinOptions
     from cordee.tools.federation import join as take_part
@@ -103,8 +111,16 @@ def join(
         invitation = Invitation.from_text(sys.stdin.readline() if token == "-" else token)
         invitation = msgspec.structs.replace(invitation, address=address)
     place = folder or Path("federation") / (invitation.name if invitation is not None else address.replace(":", "-"))
-    options = JoinOptions(place, data, tuple(settings or ()), allow_code)
-    print_text(f"ended: {take_part(invitation, options, dry_run=dry_run, say=print_text)}")
+    options = JoinOptions(place, data, tuple(settings or ()), allow_code, parse_duration(patience, "--patience"))
+    if workers == 1:
+        print_text(f"ended: {take_part(invitation, options, dry_run=dry_run, say=print_text)}")
+        return
+    if dry_run:
+        raise JobError("--dry-run trains with one worker, and sends nothing: leave --workers out")
+    from cordee.tools.federation_team import join_as_team
+
+    if join_as_team(invitation, options, workers, say=print_text).status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
 
 
 def status(run_dir: RunDir) -> None:

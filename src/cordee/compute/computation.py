@@ -199,6 +199,8 @@ def split_batch(batch: Batch | Pieces, num_parts: int) -> list[Batch]:
     if isinstance(batch, Pieces):
         assert len(batch) == num_parts, (len(batch), num_parts)
         return list(batch)
+    if num_parts == 1:
+        return [batch.map(aligned)]
     if isinstance(batch.inputs, Tensor) and isinstance(batch.targets, Tensor):
         parts = zip(batch.inputs.tensor_split(num_parts), batch.targets.tensor_split(num_parts), strict=True)
         return [Batch(aligned(inputs), aligned(targets)) for inputs, targets in parts]

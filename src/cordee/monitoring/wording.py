@@ -200,7 +200,10 @@ def header_lines(run: RunStarted) -> list[str]:
         only = f" ({trained:,} of them trained)" if trained != run.parameters else ""
         model += f"{run.parameters:,} parameters{only}, "
     servers = f", {plural(run.servers, 'server')}" if run.servers else ""
-    lines = [f"{model}{run.strategy}, {plural(run.workers, 'worker')} {on}{servers}"]
+    workers = plural(run.workers, "worker")
+    if run.clients:  # of real sites the processes are not known
+        workers = plural(run.clients, "client") + (f", {workers}" if run.threads else "")
+    lines = [f"{model}{run.strategy}, {workers} {on}{servers}"]
     data = []
     if run.train_samples:
         tests = f" and {run.test_samples:,} test" if run.test_samples else ""
@@ -210,7 +213,7 @@ def header_lines(run: RunStarted) -> list[str]:
     if run.epochs:
         data.append(plural(run.epochs, "epoch"))
     if run.total_steps:
-        data.append(plural(run.total_steps, "step"))
+        data.append(plural(run.total_steps, "round" if run.clients else "step"))
     if data:
         lines.append(", ".join(data))
     if run.start_step:

@@ -43,7 +43,7 @@ from cordee.monitoring import (
     setup_logging,
 )
 from cordee.monitoring.run_directory import JOB_FILE
-from cordee.runs.federation.client import ClientFolder, FederationClient
+from cordee.runs.federation.client import PATIENCE_S, ClientFolder, FederationClient
 from cordee.runs.federation.invitations import ADDRESS, KEYS_FILE, RUN
 from cordee.runs.federation.learning import FederationLearning
 from cordee.runs.federation.messages import FEDERATION, Invitation, limits_for
@@ -119,7 +119,8 @@ def serve(
         store.set_fact(ADDRESS, address)
         last = learning.load()
         description = parts.describe(directory.path, learning.num_rounds)
-        monitor.emit(msgspec.structs.replace(description, workers=place.population, clients=place.population))
+        sites = {"workers": place.population, "clients": place.population, "epochs": None, "threads": None}
+        monitor.emit(msgspec.structs.replace(description, **sites))
         if last is not None and not _has_round(directory.events_file, last.round):
             monitor.emit(last)  # the server was killed between saving the round and reporting it
         if learning.settings.weights == "samples" and not (is_stateful or learning.settings.most_samples):
@@ -247,6 +248,7 @@ class JoinOptions(NamedTuple):
     data: str = ""  # instead of the job's data.use
     overrides: tuple[str, ...] = ()  # of [data]
     allows_code: bool = False  # "module:callable" that the server's job names
+    patience_s: float = PATIENCE_S  # that the client looks for a server that is gone
 
 
 def join(invitation: Invitation | None, options: JoinOptions, *, dry_run: bool, say: Callable[[str], None]) -> str:
@@ -254,7 +256,7 @@ def join(invitation: Invitation | None, options: JoinOptions, *, dry_run: bool, 
     folder = ClientFolder(options.folder)
     invited, keys = folder.enter(invitation)
     identify("federation-client")
-    client = FederationClient(folder, invited, keys, say)
+    client = FederationClient(folder, invited, keys, say, patience_s=options.patience_s)
     try:
         enrolled = client.enrol()
         parts = client_parts(enrolled.job, options, enrolled.num_classes)
@@ -269,7 +271,7 @@ def join(invitation: Invitation | None, options: JoinOptions, *, dry_run: bool, 
         client.close()
 
 
-def client_parts(job_toml: str, options: JoinOptions, num_classes: int) -> Components:
+def client_parts(job_toml: str, options: JoinOptions, num_classes: int, team: Team | None = None) -> Components:
     """Return what a client trains with: the server's job, and its own data. Raises CordeeError.
 
     The server's job can name what is built in. A job that names code is refused unless the client allows it.
@@ -288,7 +290,7 @@ def client_parts(job_toml: str, options: JoinOptions, num_classes: int) -> Compo
         apply_override(table, override)
     job = Job.from_dict(table, python_path=(str(Path.cwd()),))
     job = msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, workers=1))
-    return assemble(_with_own_data(job, num_classes), Team())
+    return assemble(_with_own_data(job, num_classes), team or Team())
 
 
 def _with_own_data(job: Job, num_classes: int) -> Job:

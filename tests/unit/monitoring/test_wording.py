@@ -151,6 +151,15 @@ def test_the_header_says_what_on_what_and_where():
     ]
     served = RunStarted(name="x", strategy="parameter_server", workers=2, servers=1, start_step=0)
     assert wording.header_lines(served) == ["x: parameter_server, 2 workers on cpu, 1 server"]
+    simulated = RunStarted(
+        name="x", strategy="federated", workers=2, threads=1, clients=100, total_steps=5, batch_size=8, start_step=0
+    )
+    assert wording.header_lines(simulated) == [
+        "x: federated, 100 clients, 2 workers on cpu with 1 thread each",
+        "batches of 8, 5 rounds",
+    ]
+    sites = RunStarted(name="x", strategy="federated", workers=2, clients=2, start_step=0)
+    assert wording.header_lines(sites) == ["x: federated, 2 clients on cpu"]
 
 
 RUN = RunStarted(strategy="single", workers=1, total_steps=1000, epochs=4, batch_size=10, start_step=0)

@@ -31,9 +31,11 @@ class FederatedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, components: Components) -> FederatedFacts:
-        description = msgspec.structs.replace(components.describe(), threads=num_threads(components.job), epochs=None)
+        sizes: list[int] = partition_of(components).sizes.tolist()
+        own = {"threads": num_threads(components.job), "epochs": None, "clients": len(sizes)}
+        description = msgspec.structs.replace(components.describe(), **own)
         return cls(
-            sizes=partition_of(components).sizes.tolist(),
+            sizes=sizes,
             data=fingerprint(components.splits),
             has_test=components.test is not None,
             lower_is_better=tuple(components.lower_is_better),

@@ -30,6 +30,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message
 from cordee.communication.wire import Codec, Limits
+from cordee.core.durations import format_duration
 from cordee.core.errors import CommunicationError, CordeeError, JobError
 from cordee.core.fault_points import reach
 from cordee.runs.federation.messages import (
@@ -55,6 +56,7 @@ from cordee.runs.federation.messages import (
 from cordee.runs.federation.rounds import plan_secure
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.client import ClientTrainer, Sent, Update
+from cordee.strategies.federated.client_team import ClientTeam
 from cordee.strategies.federated.flat import FlatModel
 from cordee.strategies.federated.masking import PublicKeys
 from cordee.strategies.federated.secure import SecureClient, SecureRound
@@ -65,7 +67,7 @@ KEYS_FILE, INVITATION_FILE, STATES = "client.keys", "invitation", "states"
 NOISE_FILE, SPENT_FILE = "noise.seed", "noise.spent"
 REPLY_S = 20.0  # that the server has to answer; it answers a poll within its failure timeout
 CONNECT_S = 60.0  # that a client tries to reach the server at the start
-LONGEST_ABSENCE_S = 3600.0  # of the server, before a client gives up
+PATIENCE_S = 3600.0  # that a client looks for a server that is gone, unless it is told otherwise
 _AGAIN_S = 0.5
 
 
@@ -154,12 +156,20 @@ class FederationClient:
     """One client. `enrol`, then `prepare` with the parts of its job, then `run`."""
 
     def __init__(
-        self, folder: ClientFolder, invitation: Invitation, keys: ClientKeys, say: Callable[[str], None]
+        self,
+        folder: ClientFolder,
+        invitation: Invitation,
+        keys: ClientKeys,
+        say: Callable[[str], None],
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        self._patience_s = patience_s
         self._folder, self._invitation, self._keys, self._say = folder, invitation, keys, say
         self.name = invitation.name
         self._channel: ClientChannel | None = None
         self._heartbeat_s = 1.0
+        self._lead: Callable[[Sent, dict[str, Tensor]], None] | None = None
         self._secure: tuple[str, SecureClient] | None = None
         self._trained: tuple[tuple[int, int], Any] | None = None  # what was computed for a round and attempt
         self._is_closing = threading.Event()
@@ -177,7 +187,7 @@ class FederationClient:
         return reply
 
     def prepare(self, parts: Components) -> None:
-        """Take the parts that train: the model of the server's job, and this client's data."""
+        """Take the parts that train: the model of the server's job, and this client's data. Local."""
         job = parts.job
         self._settings = settings_of(job)
         self._tables = self._settings.parts
@@ -203,21 +213,45 @@ class FederationClient:
         """Train one round from the model as it was built, and send nothing; return what would be sent."""
         return self._train(self._first_sent(), {})
 
+    def train_in(self, team: ClientTeam, lead: Callable[[Sent, dict[str, Tensor]], None] | None) -> None:
+        """Train as one of a team from now on; `lead` gives the others what a round begins with. Local."""
+        self._trainer.team, self._lead = team, lead
+
+    def follow(self, sent: Sent, state: dict[str, Tensor]) -> None:
+        """Train a round that another worker of the team leads, and sends the update of."""
+        with contextlib.suppress(CordeeError):  # the leader has the same, and tells the server
+            self._train(sent, state)
+
     def _first_sent(self) -> Sent:
         own = self._algorithm.begin_server(self._flat.shared) if self._algorithm.sends_own else {}
         return Sent(0, self._flat.shared.clone(), self._flat.read_buffers(), own)
 
-    def run(self, should_stop: Callable[[], bool]) -> str:
-        """Take part until the server says that it is over; return why. Raises JobError where the server refuses."""
+    def know(self, enrolled: Enrolled) -> None:
+        """Take the answer to `enrol`, for which another process has asked."""
+        self._heartbeat_s = enrolled.heartbeat_s
+
+    def run(self, should_stop: Callable[[], bool], after_answer: Callable[[], None] = lambda: None) -> str:
+        """Take part until the server says that it is over; return why. Raises JobError where the server refuses.
+
+        `after_answer` is called when what an answer of the server asks for is done. Afterwards `run` may be called
+        again.
+        """
+        try:
+            return self._take_part(should_stop, after_answer)
+        finally:
+            self.close()
+
+    def _take_part(self, should_stop: Callable[[], bool], after_answer: Callable[[], None]) -> str:
         vectors = 4 + len(self._flat.names) * 3  # of a compressed update
         limits = limits_for(self._flat.num_shared, self._flat.read_buffers().numel(), vectors)
         self._open(limits)
         self._make_ready()
+        self._is_closing.clear()
         self._thread = threading.Thread(target=self._send_signs_of_life, name="cordee-client", daemon=True)
         self._thread.start()
         while not should_stop():
             try:
-                received = self._request(Poll(), LONGEST_ABSENCE_S, should_stop)
+                received = self._request(Poll(), self._patience_s, should_stop)
             except _NotReady:
                 self._make_ready()
                 continue
@@ -229,14 +263,16 @@ class FederationClient:
                 case Wait(reason=reason):
                     if reason:
                         self._say(reason)
+            after_answer()
         return "it was asked to stop"
 
     def close(self) -> None:
         self._is_closing.set()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)
+            self._thread.join()  # it sends through the channel
         if self._channel is not None:
             self._channel.close()
+        self._thread = self._channel = None
 
     # One task.
 
@@ -250,12 +286,12 @@ class FederationClient:
         except CordeeError as error:
             self._say(f"round {task.round + 1}: {error}")
             with contextlib.suppress(_NotReady):
-                self._request(Failed(task, str(error)[:4000]), LONGEST_ABSENCE_S)
+                self._request(Failed(task, str(error)[:4000]), self._patience_s)
             return
         reach("federation.client_result")
         while True:
             try:
-                self._request(message, LONGEST_ABSENCE_S, buffers=buffers)
+                self._request(message, self._patience_s, buffers=buffers)
                 if task.stage in ("train", "masked"):
                     self._say(f"round {task.round + 1}: the update is with the server")
                 return
@@ -300,6 +336,8 @@ class FederationClient:
         return trained
 
     def _train(self, sent: Sent, state: dict[str, Tensor]) -> Update:
+        if self._lead is not None:
+            self._lead(sent, state)
         return self._trainer.train(sent, state, self._source, self._indices, client=self.name)
 
     def _read_sent(self, work: Work, received: Received) -> Sent:
@@ -368,7 +406,7 @@ class FederationClient:
 
     def _make_ready(self) -> None:
         state_round = self._folder.newest_state if self._trainer.is_stateful else -1
-        self._request(Ready(self._flat.layout, len(self._indices), state_round), LONGEST_ABSENCE_S)
+        self._request(Ready(self._flat.layout, len(self._indices), state_round), self._patience_s)
 
     def _request(
         self,
@@ -381,10 +419,13 @@ class FederationClient:
         message that is refused, CommunicationError after `patience_s` without the server.
         """
         assert self._channel is not None
-        deadline_s = time.monotonic() + patience_s
+        deadline_s, has_said = time.monotonic() + patience_s, False
         while True:
             try:
-                return self._channel.request(message, buffers or [], timeout_s=REPLY_S)
+                received = self._channel.request(message, buffers or [], timeout_s=REPLY_S)
+                if has_said:
+                    self._say("the server answers again")
+                return received
             except RefusedError as error:
                 if error.reason in ENDS_CLIENT:
                     raise JobError(f"the federation refuses client {self.name}: {error.detail}") from error
@@ -396,6 +437,10 @@ class FederationClient:
                     raise CommunicationError(
                         f"the server at {self._invitation.address} cannot be reached: {error}"
                     ) from error
+                if not has_said and not isinstance(message, Enrol):
+                    has_said = True
+                    patience = format_duration(patience_s)
+                    self._say(f"the server does not answer; this client looks for it for {patience} (--patience)")
                 time.sleep(_AGAIN_S if isinstance(message, Poll) else 0.1)
 
     def _send_signs_of_life(self) -> None:

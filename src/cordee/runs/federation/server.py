@@ -465,7 +465,7 @@ class FederationServer:
         """Tell clients that the run is over. Asked to stop, the server waits for a moment only.
 
         All are waited for that were there: a client of which nothing was heard may have been heard by nobody, while
-        the server computed; one that trains would look for the server for an hour. One that asks again was not told.
+        the server computed; one that trains would look for the server for long. One that asks again was not told.
         """
         reason = "all rounds are done" if stopped_by is None else f"the server stopped ({stopped_by})"
         begun_s = time.monotonic()

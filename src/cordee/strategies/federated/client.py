@@ -27,6 +27,7 @@ from cordee.data import ArraySource, Source
 from cordee.data.augment import Augmentation
 from cordee.data.datasets import DatasetSource
 from cordee.strategies.federated.algorithms import Algorithm, LocalTraining, Vectors
+from cordee.strategies.federated.client_team import ClientTeam
 from cordee.strategies.federated.flat import FlatModel
 from cordee.strategies.federated.privacy import add_noise, clip
 from cordee.strategies.federated.settings import FederatedSettings
@@ -115,6 +116,7 @@ class ClientTrainer:
         self._first_personal = flat.personal.clone()
         self._first_personal_buffers = flat.read_buffers(personal=True)
         self.feedback_settings: CompressionSettings = self._parts.compress
+        self.team = ClientTeam()  # may be replaced between two rounds, by the same on all its workers
 
     @property
     def is_stateful(self) -> bool:
@@ -138,6 +140,9 @@ class ClientTrainer:
         local = LocalTraining(sent.parameters, flat.shared, flat.shared_gradient, sent.own, own, client=client)
         before = self._count_correct(source, tested_on)
         loss_sum, loss_count, num_trained = self._take_steps(local, source, trained_on, sent.round, client)
+        if self.team.num_workers > 1:
+            for personal in (False, True):
+                flat.write_buffers(self.team.mean(flat.read_buffers(personal=personal)), personal=personal)
         finished = algorithm.finish(local)
         parts = self._parts
         if (parts.privacy or parts.robust or parts.secure) and (finished.summed or finished.scale != 1.0):
@@ -177,17 +182,19 @@ class ClientTrainer:
         self, local: LocalTraining, source: Source, indices: Tensor, round_number: int, client: str
     ) -> tuple[float, float, int]:
         """Train; return the sum of the loss, over what, and the samples of all steps."""
-        flat, optimizer, training = self._flat, self._optimizer, self._job.training
+        flat, optimizer, training, team = self._flat, self._optimizer, self._job.training, self.team
         local.rate = self._recipe.set_rate(optimizer, round_number)
         loss_sum, loss_count, num_trained = 0.0, 0.0, 0
+        needs_vector = self._algorithm.correct is not None or team.num_workers > 1
         self._model.train()
         place = (self._job.seed, "client", client, "round", round_number)
         for number, batch in enumerate(self._batches(source, indices, place)):
-            torch.default_generator.manual_seed(derive_seed(*place, "step", number))
-            flat.clear_gradients()
-            parts = [part for part in split_batch(batch, training.accumulate) if part.num_samples]
-            total = sum(self._computation.loss.count_batch(part) for part in parts)
+            torch.default_generator.manual_seed(derive_seed(*place, "step", number, *team.seed_parts))
+            flat.clear_gradients() if needs_vector else flat.forget_gradients()
+            total = self._computation.loss.count_batch(batch)
+            parts = [part for part in split_batch(team.share(batch), training.accumulate) if part.num_samples]
             loss = self._computation.forward_backward(self._model, parts, total_count=total, measure=False)
+            loss = team.sum_step(flat, loss)
             if not math.isfinite(loss.mean):
                 raise TrainingError(
                     f"the loss of client {client} is {loss.mean} in step {number + 1} of round {round_number + 1}: "
@@ -200,7 +207,8 @@ class ClientTrainer:
                 clip_gradients(self._model.parameters(), training.clip_norm)
             if self._algorithm.correct is not None:
                 self._algorithm.correct(local)
-            flat.drop_unused()
+            if needs_vector:
+                flat.drop_unused()
             optimizer.step()
             local.num_steps += 1
             loss_sum += loss.mean * loss.count
@@ -223,6 +231,9 @@ class ClientTrainer:
                     return
                 left -= 1
                 chosen = order[start : start + size]
+                if augmentation is None and not isinstance(source, DatasetSource):
+                    yield source.gather(chosen)
+                    continue
                 positions = torch.arange(start, start + len(chosen))
                 seed = derive_seed(*place, "augment", epoch)
                 if augmentation is not None and isinstance(source, ArraySource):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -37,13 +37,12 @@ class FlatModel:
         self._views: list[Tensor] = []  # of the gradients
         self._used: set[int] = set()  # places of the parameters that a backward pass has added to
         start = 0
-        for place, parameter in enumerate(self._parameters):
+        for parameter in self._parameters:
             stop = start + parameter.numel()
             parameter.data = self.values[start:stop].view_as(parameter)
             self._views.append(self.gradients[start:stop].view_as(parameter))
-            parameter.register_post_accumulate_grad_hook(partial(self._note, place))  # type: ignore[no-untyped-call]
             start = stop
-        self.clear_gradients()
+        self._is_watched = False  # what backward passes add to is noted
         kept = set(model.state_dict())
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
         self._shared_buffers = [name for name in self._buffers if not is_personal(name)]
@@ -61,10 +60,30 @@ class FlatModel:
 
     def clear_gradients(self) -> None:
         """Begin a step: gradients are zero, and views of the vector."""
+        if not self._is_watched:
+            self._is_watched = True
+            for place, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._note, place))  # type: ignore[no-untyped-call]
         self._used.clear()
         self.gradients.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
+
+    def forget_gradients(self) -> None:
+        """Begin a step whose gradients nobody looks at in the vector: they are where the backward pass leaves them.
+
+        A parameter that the step does not use has none. Filling the vector and watching takes some percent of a step.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def used(self) -> list[float]:
+        """Return for each parameter 1 if this step has used it, else 0."""
+        return [float(place in self._used) for place in range(len(self._parameters))]
+
+    def note_used(self, used: Sequence[float]) -> None:
+        """Take what `used` returned, or sums of it, for what this step has used."""
+        self._used = {place for place, count in enumerate(used) if count}
 
     def drop_unused(self) -> None:
         """Leave parameters that this step has not used without a gradient: optimizers leave those alone.

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cordee.communication.wire import Limits
 from cordee.core import Job
 from cordee.core.errors import CheckpointError, CommunicationError, DataError, JobError, RunDirectoryError
-from cordee.runs.federation.client import ClientFolder
-from cordee.runs.federation.messages import Invitation
+from cordee.runs.federation.client import ClientFolder, FederationClient
+from cordee.runs.federation.messages import Alive, Invitation
 from cordee.runs.resuming import fit_to_run
 from cordee.strategies.federated.client import Sent
 from cordee.tools.federation import JoinOptions, client_parts, refuse_changes
@@ -39,6 +40,23 @@ def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
         folder.enter(Invitation(run="r", name="bob", address="a:1", server_key="00" * 32, ticket="t"))
     with pytest.raises(JobError, match="give --token"):
         ClientFolder(tmp_path / "bob").enter(None)
+
+
+def test_a_client_says_that_the_server_is_gone_and_looks_for_it_no_longer_than_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cordee.runs.federation.client.REPLY_S", 0.05)
+    said: list[str] = []
+    folder = ClientFolder(tmp_path)
+    _, keys = folder.enter(INVITATION)
+    client = FederationClient(folder, INVITATION, keys, said.append, patience_s=0.2)
+    client._open(Limits())
+    try:
+        with pytest.raises(CommunicationError, match=r"the server at 127\.0\.0\.1:9 cannot be reached"):
+            client._request(Alive(), client._patience_s)
+    finally:
+        client.close()
+    assert said == ["the server does not answer; this client looks for it for 0.2 s (--patience)"]
 
 
 def test_a_token_survives_the_way_and_a_part_of_it_does_not() -> None:

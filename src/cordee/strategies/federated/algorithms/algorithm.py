@@ -22,7 +22,7 @@ class LocalTraining:
 
     start: Tensor  # the shared parameters as they were sent
     here: Tensor  # the shared parameters now
-    gradient: Tensor  # of the shared parameters, at `here`
+    gradient: Tensor  # of the shared parameters, at `here`; for `correct` only
     sent: Vectors  # what the server sent beside the parameters
     own: Vectors  # what the client keeps from one round to the next
     rate: float = 0.0  # of the client's optimizer
