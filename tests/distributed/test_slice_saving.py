@@ -17,8 +17,11 @@ from process_pool import CaseError, ProcessPool
 from cordee import checkpoint
 from cordee.checkpoint import Folder, load_newest
 from cordee.core.errors import CommunicationError, StorageError
+from cordee.core.file_memory import is_large, lies_in_file
 from cordee.strategies.sharded import Sharded
 from cordee.trainer import Trainer
+from cordee.training import checkpointer as checkpointer_module
+from cordee.training import session as session_module
 from cordee.training import slice_saving
 from cordee.training.clock import TrainingClock
 from cordee.training.session import Session
@@ -329,6 +332,41 @@ def test_members_read_what_they_hold_and_fall_back_together(three: ProcessPool, 
     assert "checkpoint step-4 is damaged" in warning["message"] and "using step-2" in warning["message"]
     hashes = {outcome.summary.weights_sha256 for outcome in (*whole, *resumed)}
     assert len(hashes) == 1, "a resumed run ends with other weights"
+
+
+@pytest.mark.long
+def test_members_without_the_run_directory_are_sent_the_state_into_files(two: ProcessPool, tmp_path: Path) -> None:
+    """Nobody has all of it in memory: the first maps the checkpoint, and what the others get lies in files."""
+    table = {**JOB, "model": {"use": "mlp", "hidden": [1600, 64]}}  # a tensor of more than 256 KB
+    whole = two.run(train_in_team, table, str(tmp_path / "whole"), False)
+    two.run(train_in_team, {**table, "stop": {"steps": 4}}, str(tmp_path / "halves"), False)
+    resumed = two.run(train_apart, table, str(tmp_path / "halves"))
+    assert [outcome.of("run_started")[0]["start_step"] for outcome, _ in resumed] == [4, 4]
+    hashes = {outcome.summary.weights_sha256 for outcome in (*whole, *(outcome for outcome, _ in resumed))}
+    assert len(hashes) == 1, "a resumed run ends with other weights"
+    assert [in_files for _, in_files in resumed] == [True, True]
+
+
+def train_apart(index: int, num_workers: int, table: Table, run_dir: str) -> tuple[Outcome, bool]:
+    """Train as one of members that have no folder in common; return whether what was shared lay in files."""
+    choose, share, in_files = slice_saving.choose_folder, checkpoint.share_state, False
+
+    def note(*arguments: Any, **options: Any) -> checkpoint.State:
+        nonlocal in_files
+        state = share(*arguments, **options)
+        in_files = all(lies_in_file(tensor) for tensor in state.tensors.values() if is_large(tensor))
+        return state
+
+    modules: Any = (session_module, checkpointer_module)
+    for module in modules:
+        module.choose_folder = lambda store, team: None
+    checkpoint.share_state = note
+    try:
+        return train_in_team(index, num_workers, table, run_dir, True), in_files
+    finally:
+        checkpoint.share_state = share
+        for module in modules:
+            module.choose_folder = choose
 
 
 def test_members_begin_together_where_there_is_no_checkpoint(two: ProcessPool, tmp_path: Path) -> None:

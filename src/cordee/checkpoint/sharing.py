@@ -18,6 +18,7 @@ from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.checkpoint.state import State, chunks_of
 from cordee.core.errors import CheckpointError, TrainingError
 from cordee.core.fault_points import reach
+from cordee.core.file_memory import FileMemory, give_back, zeros_strided
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -29,17 +30,19 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
 
 
-def share_state(state: State | None, source: int = 0, group: dist.ProcessGroup | None = None) -> State:
+def share_state(
+    state: State | None, source: int = 0, group: dist.ProcessGroup | None = None, *, in_files: bool = False
+) -> State:
     """Give every member of a group, the default one unless given, the state of its member `source`. Collective.
 
-    Only that member needs to have one. The tensors that the others get are their own.
+    Only that member needs to have one. The tensors that the others get are their own; large ones lie `in_files`.
     """
     reach("share.begun")
     own = state if dist.get_rank(group) == source else None
     move = functools.partial(dist.broadcast, group=group, group_src=source)
     header = _move_header(own, move)
     reach("share.described")
-    tensors = _move_tensors(own, header, move)
+    tensors = _move_tensors(own, header, move, FileMemory() if in_files else None)
     reach("share.done")
     return State(tensors, decode_values(header.values))
 
@@ -105,14 +108,24 @@ def _move_bytes(content: bytes | None, move: _Move) -> bytes:
     return bytes(buffer.numpy())
 
 
-def _move_tensors(own: State | None, header: _Header, move: _Move) -> dict[str, Tensor]:
+def _move_tensors(
+    own: State | None, header: _Header, move: _Move, memory: FileMemory | None = None
+) -> dict[str, Tensor]:
+    """Send or receive tensors; with `memory`, few of their pages are in this process at any time."""
     tensors = {}
     for name, dtype, shape in header.tensors:
-        tensor = torch.empty(shape, dtype=_type(name, dtype)) if own is None else own.tensors[name]
+        if own is not None:
+            tensor = own.tensors[name]
+        elif memory is None:
+            tensor = torch.empty(shape, dtype=_type(name, dtype))
+        else:
+            like = torch.empty(shape, dtype=_type(name, dtype), device="meta")
+            tensor = zeros_strided(shape, like.stride(), torch.empty(0, dtype=like.dtype), memory)
         if tensor.numel():
             # As bytes: not every dtype can be sent as it is.
             flat = tensor.detach().contiguous().reshape(-1)
             move((flat if own is None else flat.cpu()).view(torch.uint8))
+            give_back([tensor])
         tensors[name] = tensor
     return tensors
 

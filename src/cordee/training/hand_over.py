@@ -37,16 +37,17 @@ def share_furthest(team: Team, held: State | None, step: int) -> State | None:
     return shared
 
 
-def load_together(team: Team, load: Callable[[], State | None]) -> State | None:
+def load_together(team: Team, load: Callable[[], State | None], *, in_files: bool = False) -> State | None:
     """Return the checkpoint that the first member's `load` returns, on every member; None if there is none. Collective.
 
-    The first reads it: others may have no way to the run directory, or find another one to be the newest.
+    The first reads it: others may have no way to the run directory, or find another one to be the newest. `in_files`:
+    nobody needs memory for all of it.
     """
     state = load() if team.is_first else None
     reach("enter.loaded")
     if not team.gather(int(state is not None))[0]:
         return None
-    return state if team.num_workers == 1 else checkpoint.share_state(state)
+    return state if team.num_workers == 1 else checkpoint.share_state(state, in_files=in_files)
 
 
 def map_together(team: Team, find: Callable[[], Path | None]) -> State | None:

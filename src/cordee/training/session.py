@@ -151,7 +151,8 @@ class Session:
             # Where each member needs a part only, none reads the rest.
             folder = None if self._parts.is_whole else choose_folder(self._store, team)
             if folder is None:
-                shared = load_together(team, self._load)
+                in_files = not self._parts.is_whole
+                shared = load_together(team, self._map if in_files else self._load, in_files=in_files)
             else:
                 shared = map_together(team, partial(self._find, folder))
         self._held = shared
@@ -221,6 +222,13 @@ class Session:
         loaded = self._store.load_newest()
         self._report_found(loaded)
         return None if loaded is None else loaded.state
+
+    def _map(self) -> State | None:
+        """Return the same; where this worker has the files, what is looked at is read. Local."""
+        if not isinstance(self._store, Folder):
+            return self._load()
+        path = self._find(self._store)
+        return None if path is None else checkpoint.map_state(path)
 
     def _find(self, folder: Folder) -> Path | None:
         """Return where the newest whole checkpoint is, if there is one. Local."""
