@@ -25,6 +25,9 @@ from cordee.core import Batch
 log = logging.getLogger("cordee.strategies")
 
 MOST_SIZES = 4  # that are tried: the usual one, and those of last batches
+# Of the gradients of all shards, which are in memory at once, where separate passes need a few of them. Larger models
+# compute long enough for their passes not to matter.
+MOST_BYTES = 64 << 20
 LEAST_NONZERO = 0.05  # of a gradient's numbers, for a comparison of it to say something
 # Layers without parameters whose output for a sample depends on this sample only, and on nothing random.
 _PLAIN = (
@@ -49,6 +52,7 @@ class OnePass:
     def __init__(self, model: nn.Module, computation: Computation, parameters: Sequence[nn.Parameter]) -> None:
         self._model, self._computation = model, computation
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._row_bytes = sum(parameter.nbytes for parameter in parameters)
         self._is_plain = (
             computation.device.type == "cpu"
             and computation.precision == "fp32"
@@ -61,7 +65,8 @@ class OnePass:
 
     def layers_for(self, parts: Sequence[Batch]) -> list[nn.Module] | None:
         """Return the layers of the model in their order; None where these shards must be computed one by one."""
-        layers = self._layers() if self._is_plain and len(parts) > 1 else None
+        is_small = len(parts) * self._row_bytes <= MOST_BYTES
+        layers = self._layers() if self._is_plain and is_small and len(parts) > 1 else None
         if layers is None or not all(_is_plain_batch(part) and part.num_samples for part in parts):
             return None
         sizes = tuple(part.num_samples for part in parts)

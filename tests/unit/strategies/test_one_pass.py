@@ -209,6 +209,16 @@ def test_a_hook_that_comes_later_is_seen() -> None:
         pytest.skip("the kernels of this machine give other bits at once")
 
 
+def test_gradients_that_would_take_much_memory_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, parts = mlp(), shards((12,), [16] * NUM_SHARDS)
+    num_bytes = NUM_SHARDS * sum(parameter.nbytes for parameter in model.parameters())
+    monkeypatch.setattr(one_pass, "gives_equal_bits", lambda *_: True)
+    for most, is_taken in ((num_bytes, True), (num_bytes - 1, False)):
+        monkeypatch.setattr(one_pass, "MOST_BYTES", most)
+        found = OnePass(model, computation(), list(model.parameters()))
+        assert (found.layers_for(parts) is not None) == is_taken
+
+
 def test_kernels_that_add_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = nn.functional.linear
 
