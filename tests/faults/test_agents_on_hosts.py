@@ -170,6 +170,7 @@ def servers_on_slots(**more: object) -> list[str]:
     return [f"strategy.{key}={value}" for key, value in settings.items()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(480)  # two runs, of six processes each, with two agents
 def test_servers_and_evaluator_run_beside_workers_without_the_run_directory(
     wires: Wires, job: Path, weights: str, tmp_path: Path
@@ -233,6 +234,7 @@ def test_clients_are_simulated_without_the_run_directory(wires: Wires, tmp_path:
     assert summary["recoveries"] >= 1 and (run.run_dir / "partition.png").exists() == (alone / "partition.png").exists()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)  # a run of eight processes, some of which are lost
 def test_replicas_of_servers_are_on_different_hosts(wires: Wires, job: Path, weights: str, tmp_path: Path) -> None:
     """A host is lost with whatever it has of two servers: no update is lost."""
