@@ -276,12 +276,12 @@ def open_context(connect: str, name: str) -> tuple[Any, bool]:
         _refuse_shared_threads(context)
         return context, False
     builder = SparkSession.builder.appName(name).config("spark.ui.showConsoleProgress", "false")
-    if connect:
-        builder = builder.master(connect)
-    elif not SparkConf().contains("spark.master"):
-        builder = builder.master("local[*]")
     with keep_handlers(), env.with_default("PYSPARK_PYTHON", sys.executable):
         try:
+            # Without the Java process a SparkConf is empty, whatever spark-submit or spark-defaults.conf say.
+            SparkContext._ensure_initialized()
+            if connect or not SparkConf().contains("spark.master"):
+                builder = builder.master(connect or "local[*]")
             context = builder.getOrCreate().sparkContext
         except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
             raise JobError(
