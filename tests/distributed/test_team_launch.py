@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,25 @@ def test_a_worker_killed_within_ddp_or_a_compressed_exchange_is_trained_around(
         assert not command.survivors()
     summary = summary_of(tmp_path / "run")
     assert summary["steps"] == 400 and summary["recoveries"] == 1 and summary["steps_redone"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("context.team.sum([1.0])", r"the workers have made different calls at step \d+: rank [01] is in all_"),
+        (
+            "raise ValueError('boom')",
+            r"worker 0 raised TrainingError: callback 'own' raised ValueError in on_step at step 2: boom\. Step 2 is "
+            r"saved.*worker-0\.log",
+        ),
+    ],
+)
+def test_what_a_callback_does_on_the_first_worker_only(act: str, message: str, tmp_path: Path) -> None:
+    """A call that others do not make was taken for their loss, and an error was reported by the others."""
+    condition = "if context.team.is_first and event.step == 2"
+    (tmp_path / "own.py").write_text(
+        f"class Own:\n    def on_step(self, event, context):\n        {condition}: {act}\n"
+    )
+    path = write_job(tmp_path, training={"steps": 6}, callbacks={"own": "own:Own"})
+    ended = run("train", str(path), "--workers", "2", "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 1 and re.search(message, ended.stderr, re.DOTALL), ended.stderr

@@ -20,10 +20,11 @@ from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
 from cordee.communication.shared_memory.liveness import abandon_groups
+from cordee.communication.shared_memory.rounds import CallsDifferError
 from cordee.compute.devices import MemoryWatch
 from cordee.compute.gpus import claim_gpu, use_device
 from cordee.core import fault_points
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, TrainingError
 from cordee.data.source import check_same
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
 from cordee.monitoring.timeline import Timeline
@@ -171,6 +172,7 @@ class _Member:
     def _train(self, session: Session, sink: LinkSink, answer: Answer) -> bool:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
         self._reason = ""
+        lost: CommunicationError
         try:
             with form_group(self._spec, answer, self._link) as team:
                 sink.is_first = team.is_first
@@ -181,9 +183,15 @@ class _Member:
                     is_end=self._is_end,
                 )
         except CommunicationError as error:
-            self._reason = str(error)
-            log.warning("generation %d is over at step %d: %s", answer.generation, session.step, error)
-            return False
+            lost = error
+        if isinstance(lost, CallsDifferError):  # raised out of the handler: it does not come from a lost member
+            raise TrainingError(
+                f"the workers have made different calls at step {session.step + 1}: {lost}. What callbacks, models and "
+                "metrics of your own exchange is for every worker, not only for the first"
+            )
+        self._reason = str(lost)
+        log.warning("generation %d is over at step %d: %s", answer.generation, session.step, lost)
+        return False
 
     def _await(self, session: Session, *, has_dropped: bool) -> Answer:
         """Wait for what to do next; one that was given up meanwhile begins again."""
