@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import engine_runs as runs
+import psutil
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -91,6 +93,34 @@ def test_a_node_that_comes_is_used(own_cluster: RayCluster, tmp_path: Path) -> N
         own_cluster.add_node()
 
     runs.assert_replaced("ray", own_cluster, tmp_path, replace_node)
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker(tmp_path: Path) -> None:
+    """The agent that starts it was there before the node was lost."""
+    cluster = RayCluster(num_nodes=3)
+
+    def count_ready() -> int:
+        found = runs.agents(cluster)
+        agents = {process.pid for process in found if "cordee.cluster.engines.agent" in process.cmdline()}
+        return len(agents & {process.ppid() for process in found})
+
+    try:
+        settings = (*runs.settings_of("data_parallel"), "training.epochs=1000000", "cluster.spares=1")
+        with runs.training(tmp_path, *settings, *runs.on("ray", cluster)) as (process, run):
+            runs.wait_until(lambda: len(runs.read_events(run, "step")) >= 20 or process.poll() is not None)
+            assert process.poll() is None, process.communicate()[0]
+            runs.wait_until(lambda: count_ready() == 3)
+            killed_s = cluster.kill_node(
+                cluster.busy_node([one["pid"] for one in runs.read_events(run, "worker_started")])
+            )
+            runs.wait_until(lambda: len(runs.read_events(run, "worker_started")) >= 3 or process.poll() is not None)
+            parent = psutil.Process(runs.read_events(run, "worker_started")[-1]["pid"]).parent()
+            assert parent is not None and parent.create_time() < killed_s
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=runs.TIMEOUT_S)
+            assert process.returncode == 130, output
+    finally:
+        cluster.close()
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
