@@ -211,6 +211,7 @@ class Workers:
 
 def run_job(choices: Choices, job: Job, folder: Path, num_workers: int) -> Ran:
     """Run the rounds, the last of them by other workers where the run is resumed."""
+    torch.set_num_threads(1)  # as in the job
     total, at = job.strategy.settings["rounds"], choices["resume_at"]
     folder.mkdir(parents=True, exist_ok=True)
     if not at or num_workers == 1:
@@ -231,7 +232,7 @@ def run_job(choices: Choices, job: Job, folder: Path, num_workers: int) -> Ran:
 
 def judge_federated(choices: Choices, folder: Path) -> tuple[str, list[str]]:
     """Return a verdict ("same", "refused" or "different") and what it is about."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # of the reference, too
     try:
         job = Job.from_dict(federated_table(choices))
         components = assemble(job, Team())

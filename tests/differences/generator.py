@@ -126,7 +126,7 @@ TORCH_SCHEDULES: tuple[Table, ...] = (
 
 def draw_trials(seed: int, num_strategies: int = 4) -> list[Table]:
     """Return one job with several strategies: the trials of `seed`."""
-    rng = random.Random(f"straight {seed}")
+    rng = random.Random(f"linear loss {seed}")
     if rng.random() < 0.2:
         return [draw_straight(rng) for _ in range(num_strategies)]
     rng = random.Random(f"job {seed}")
@@ -581,6 +581,8 @@ def reference(choices: Choices) -> Table:
     optimizer = dict(choices["optimizer"])
     shares = num_shares(choices)
     optimizer["lr"] *= {"none": 1.0, "linear": shares, "sqrt": shares**0.5}[training.pop("lr_scale", "none")]
+    if choices["model"] == "straight" and choices["strategy"].get("staleness", 0) != 0:
+        optimizer["lr"] *= shares  # each share is an update of its own
     parts = num_microbatches(choices)
     # What sees one part of a batch at a time sees micro-batches here, and the parts of `accumulate` there.
     if (

@@ -234,7 +234,7 @@ class Straight(nn.Module):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, num_classes) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, num_classes) for _ in range(8))
         self.spare = nn.Linear(2, 2)  # is not used
 
     def forward(self, inputs: Tensor) -> Tensor:

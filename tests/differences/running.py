@@ -123,6 +123,17 @@ class Runner:
             self._known[key] = self._train(table, folder)
         return self._known[key]
 
+    def train_in_two(self, table: Table, at: int) -> Outcome:
+        """Train to step `at`, and with --resume from there on; in one go where `at` is 0."""
+        self._number += 1
+        folder = self._folder / f"{self._number}"
+        folder.mkdir(parents=True)
+        if at:
+            first = self._train({**table, "stop": {"steps": at}}, folder)
+            if first.code != 0:
+                return first
+        return self._train(table, folder, *(["--resume"] if at else []))
+
     def forget(self) -> None:
         """Remove what the runs so far left on the disk."""
         self._known = {}

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from cordee.core import Job
-from differences.federated import draw_federated, federated_table, judge_federated, report, smallest
+from differences.comparing import is_clear
+from differences.federated import draw_federated, federated_table, judge_federated, report, run_job, smallest
 from differences.generator import PLAIN
+from differences.running import Runner
 
-FIXED_SEEDS = range(1000, 1016)
+FIXED_SEEDS = range(1000, 1010)
 MINUTES = float(os.environ.get("CORDEE_DIFFERENCE_MINUTES", "60")) / 6
 FIRST_SEED = int(os.environ.get("CORDEE_DIFFERENCE_SEED", "0")) or time.time_ns() // 1_000_000_000
 ROUNDS: dict[str, Any] = {
@@ -98,6 +100,26 @@ def test_all_trials_are_jobs_and_most_settings_are_drawn() -> None:
         "client_test",
     } <= drawn
     assert any(trial["resume_at"] for trial in trials)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2000, 2020))
+def test_processes_come_to_what_tasks_in_one_process_come_to(seed: int, runner: Runner, tmp_path: Path) -> None:
+    choices = draw_federated(seed)
+    table = federated_table(choices)
+    outcome = runner.train_in_two(table, choices["resume_at"])
+    if outcome.code != 0:
+        assert is_clear(outcome), outcome.message
+        assert judge_federated(choices, tmp_path)[0] in ("refused", "nobody counts"), outcome.message
+        return
+    ours = run_job({**choices, "resume_at": 0}, Job.from_dict(table), tmp_path, 1)
+    summary, last = outcome.summary, ours.rounds[-1]
+    assert summary["weights_sha256"] == ours.digest
+    assert (summary["steps"], summary["epochs"]) == (len(ours.rounds), len(ours.rounds))
+    assert summary["samples"] == ours.samples and not outcome.unsound
+    assert summary["train_loss"] == (last["loss_sum"] / last["loss_count"] if last["loss_count"] else None)
+    assert summary["test_loss"] == (last["metrics"]["loss"] if "metrics" in last else None)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from differences.campaign import Campaign, Failure, report
 from differences.generator import PLAIN
 from differences.running import Runner
 
-FIXED_SEEDS = (100, 101, 102, 106, 107, 109, 113)
+FIXED_SEEDS = (100, 101, 102, 106, 107, 109, 113, 121)  # the last has a loss that is linear
 # Trials that differed once, as shrinking left them.
 FOUND = {
     # The optimizer saw slices of one dimension, and took all of them for biases.
