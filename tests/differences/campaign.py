@@ -11,7 +11,7 @@ import tomli_w
 
 from cordee.core import Job
 from cordee.core.errors import CordeeError
-from differences.comparing import judge
+from differences.comparing import differences, judge
 from differences.generator import PLAIN, Table, draw_trials, job_table, reference
 from differences.running import Runner
 from differences.shrinking import shrink
@@ -50,7 +50,14 @@ class Campaign:
         self._runner.forget()
 
     def judge(self, choices: Table) -> tuple[str, list[str]]:
-        return judge(choices, self._runner.run_once(reference(choices)), self._runner.run(choices))
+        alone = self._runner.run_once(reference(choices))
+        verdict, problems = judge(choices, alone, self._runner.run(choices))
+        if verdict == "different" and choices["training"].get("precision") == "bf16":
+            training = {key: value for key, value in choices["training"].items() if key != "precision"}
+            exact = {**choices, "training": training}
+            if differences(choices, self._runner.run_once(reference(exact)), alone):
+                return self.judge(exact)  # rounding to bf16 moves one worker as far: only without it is there an answer
+        return verdict, problems
 
     def shrink(self, failure: Failure) -> Failure:
         """Return the smallest trial that still differs."""
