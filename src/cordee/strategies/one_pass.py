@@ -1,16 +1,17 @@
 """All shards of a worker in one pass through the model, where that gives the bits of a pass for each shard.
 
 For models that are chains of layers which treat every sample by itself. The layers compute all samples at once; only
-the gradients of their parameters are computed shard by shard. Whether the kernels give a sample the same bits beside
-others as alone depends on the sizes: it is tried once for each, on random numbers, and a model that fails is computed
-shard by shard as any other.
+the gradients of their parameters, and activations with an exponential, are computed shard by shard. Whether the other
+kernels give a sample the same bits beside others as alone depends on the sizes: it is tried once for each, on random
+numbers, and a model that fails is computed shard by shard as any other.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 from cordee.communication.exchange import GradientRow
 from cordee.compute import Computation, Loss
-from cordee.compute.computation import aligned
+from cordee.compute.computation import aligned, is_aligned
 from cordee.core import Batch
 
 log = logging.getLogger("cordee.strategies")
@@ -30,10 +31,10 @@ MOST_SIZES = 4  # that are tried: the usual one, and those of last batches
 MOST_BYTES = 64 << 20
 LEAST_NONZERO = 0.05  # of a gradient's numbers, for a comparison of it to say something
 # Layers without parameters whose output for a sample depends on this sample only, and on nothing random.
-_PLAIN = (
-    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Identity),
-    *(nn.Flatten, nn.AvgPool2d, nn.MaxPool2d),
-)
+_EXACT = (nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Flatten, nn.AvgPool2d, nn.MaxPool2d)
+# Of these the last few numbers of a tensor are computed by other code than the rest. The results differ for some values
+# only, so that no trial shows it: each shard is computed by itself.
+_BY_SHARD = (nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus)
 
 Bounds = Sequence[tuple[int, int]]  # of each shard, in the rows of all of them
 
@@ -87,18 +88,23 @@ class OnePass:
         """Put the gradients of shards, a part each, into `rows`; return their losses.
 
         `loss_of` computes the loss of a shard, and the gradient of the outputs that the given function returns. Where
-        nothing of a shard counts, so that its parameters have no gradient, the shards must be computed one by one:
+        nothing of a shard counts, so that its parameters have no gradient, or where the gradient of the outputs is no
+        tensor as those that were tried (a loss of transposed outputs, say), the shards must be computed one by one:
         returns None.
         """
         bounds = _bounds([part.num_samples for part in parts])
         inputs = torch.cat([part.inputs for part in parts])
-        outputs = forward(layers, inputs, self._sinks(layers, rows, bounds))
+        outputs = forward(layers, inputs, self._sinks(layers, rows, bounds), bounds)
         whole = outputs.detach()
         losses, gradients = [], []
         for shard, (start, stop) in enumerate(bounds):
             own = aligned(whole[start:stop]).requires_grad_()
+            is_usual: list[bool] = []
+            own.register_hook(  # type: ignore[no-untyped-call]
+                lambda found, usual=is_usual: usual.append(found.is_contiguous() and is_aligned(found))
+            )
             losses.append(loss_of(shard, lambda *_, own=own, **__: own))
-            if own.grad is None:
+            if own.grad is None or is_usual != [True]:
                 return None
             gradients.append(own.grad)
         outputs.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
@@ -116,6 +122,7 @@ class OnePass:
         is_plain = all(
             p.requires_grad
             and p.dtype is torch.float32
+            and is_aligned(p)  # as the copies are that are tried
             and not p._backward_hooks
             and not getattr(p, "_post_accumulate_grad_hooks", None)
             for p in own
@@ -146,7 +153,7 @@ def gives_equal_bits(layers: Sequence[nn.Module], like: Tensor, sizes: Sequence[
     try:
         found = [[torch.zeros_like(parameter) for parameter in parameters] for _ in sizes]
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        outputs = forward(layers, inputs.clone(), sinks_of(layers, places, found, bounds))
+        outputs = forward(layers, inputs.clone(), sinks_of(layers, places, found, bounds), bounds)
         cotangent = torch.randn(outputs.shape, generator=generator)
         outputs.backward(cotangent)  # type: ignore[no-untyped-call]
         for (start, stop), together in zip(bounds, found, strict=True):
@@ -164,7 +171,7 @@ def gives_equal_bits(layers: Sequence[nn.Module], like: Tensor, sizes: Sequence[
     return True
 
 
-def forward(layers: Sequence[nn.Module], inputs: Tensor, sinks: dict[int, Sink]) -> Tensor:
+def forward(layers: Sequence[nn.Module], inputs: Tensor, sinks: dict[int, Sink], bounds: Bounds) -> Tensor:
     """Return what the layers make of all samples. The backward pass fills the sinks, and no `.grad`."""
     x = inputs
     for place, layer in enumerate(layers):
@@ -173,6 +180,9 @@ def forward(layers: Sequence[nn.Module], inputs: Tensor, sinks: dict[int, Sink])
         elif isinstance(layer, nn.Conv2d):
             way = (layer.stride, layer.padding, layer.dilation, layer.groups)
             x = _Convolution.apply(x, layer.weight, layer.bias, way, sinks[place])  # type: ignore[no-untyped-call]
+        elif isinstance(layer, _BY_SHARD):
+            parts = x.split([stop - start for start, stop in bounds])  # type: ignore[no-untyped-call]
+            x = torch.cat([layer(aligned(part)) for part in parts])
         else:
             x = layer(x)
     return x
@@ -196,9 +206,11 @@ class _Linear(torch.autograd.Function):
         weights, biases, bounds = ctx.sink
         for shard, (start, stop) in enumerate(bounds):
             own = aligned(gradient[start:stop])
-            torch.mm(own.t(), aligned(x[start:stop]), out=weights[shard])
+            with _room(weights[shard]) as room:
+                torch.mm(own.t(), aligned(x[start:stop]), out=room)
             if biases is not None:
-                torch.sum(own, 0, out=biases[shard])
+                with _room(biases[shard]) as room:
+                    torch.sum(own, 0, out=room)
         return gradient.mm(weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
@@ -236,6 +248,18 @@ class _Convolution(torch.autograd.Function):
         return inner, None, None, None, None
 
 
+@contextmanager
+def _room(view: Tensor) -> Iterator[Tensor]:
+    """Give memory for a result that goes into `view`.
+
+    Matrix products give other bits where their results begin at other alignments.
+    """
+    room = view if is_aligned(view) else torch.empty_like(view)
+    yield room
+    if room is not view:
+        view.copy_(room)
+
+
 def _flatten(module: nn.Module, layers: list[nn.Module]) -> bool:
     """Add the layers of a chain; return whether all of them are known, and nothing of theirs was replaced."""
     if "forward" in vars(module) or _has_hooks(module) or module._buffers:
@@ -246,7 +270,7 @@ def _flatten(module: nn.Module, layers: list[nn.Module]) -> bool:
     layers.append(module)
     if kind is nn.Conv2d:
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return kind is nn.Linear or (kind in _PLAIN and not getattr(module, "return_indices", False))
+    return kind is nn.Linear or (kind in _EXACT + _BY_SHARD and not getattr(module, "return_indices", False))
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -55,7 +55,14 @@ def shards(shape: tuple[int, ...], sizes: list[int], seed: int = 0) -> list[Batc
     ]
 
 
-def gradients(model: nn.Module, parts: list[Batch], *, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def gradients(
+    model: nn.Module,
+    parts: list[Batch],
+    *,
+    at_once: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    computation: Callable[[], Computation] = computation,
+) -> list[Tensor]:
     """Return the gradients and the loss of one step on one worker."""
     with monkeypatch.context() as changed:
         if not at_once:
@@ -91,6 +98,45 @@ def test_a_step_has_the_bits_of_separate_passes(
     parts = shards(shape, [size] * NUM_SHARDS)
     one, other = (gradients(make(), parts, at_once=way, monkeypatch=monkeypatch) for way in (True, False))
     assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("width", "size", "activation"),
+    [(5, 16, nn.ReLU), (9, 8, nn.ReLU), (9, 16, nn.ReLU)]  # views of gradients begin at odd places
+    + [(33, 4, activation) for activation in (nn.SiLU, nn.Sigmoid, nn.ELU, nn.Softplus, nn.Tanh, nn.GELU)],
+)
+def test_values_that_the_trial_did_not_have(
+    width: int, size: int, activation: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes at which a difference is rare, or depends on where a gradient lies: one step in ten or more has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, width), activation(), nn.Linear(width, 5))
+    for seed in range(20):
+        parts = shards((16,), [size] * NUM_SHARDS, seed)
+        one, other = (gradients(model, parts, at_once=way, monkeypatch=monkeypatch) for way in (True, False))
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda outputs: outputs.sum(1), lambda outputs: outputs.t().reshape(-1).cumsum(0)[: len(outputs)]],
+    ids=["expanded", "transposed"],
+)
+def test_a_loss_whose_gradient_lies_otherwise(of: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix products add in another order where a matrix is transposed."""
+    loss = LossFunction(lambda outputs, targets: ((of(outputs) - targets) ** 2).mean(), len, -100)
+
+    def own() -> Computation:
+        return Computation(loss, torch.device("cpu"), "fp32", counts_classes=False)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 7))
+    for seed in range(10):
+        parts = shards((16,), [16] * NUM_SHARDS, seed)
+        one, other = (
+            gradients(model, parts, at_once=way, monkeypatch=monkeypatch, computation=own) for way in (True, False)
+        )
+        assert_same(one, other)
 
 
 def test_uneven_and_empty_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +220,13 @@ def frozen() -> nn.Module:
     return model
 
 
+def unaligned() -> nn.Module:
+    """Kernels may add in another order than they do for the copies that are tried."""
+    model = mlp()
+    model[2].weight = nn.Parameter(torch.randn(5 * 16 + 1)[1:].view(5, 16))
+    return model
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -185,8 +238,9 @@ def frozen() -> nn.Module:
         tied,
         replaced,
         frozen,
+        unaligned,
     ],
-    ids=["random", "statistics", "own class", "hook", "gradient hook", "tied", "replaced", "frozen"],
+    ids=["random", "statistics", "own class", "hook", "gradient hook", "tied", "replaced", "frozen", "unaligned"],
 )
 def test_other_models_are_computed_shard_by_shard(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
