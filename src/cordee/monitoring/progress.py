@@ -116,7 +116,10 @@ class ProgressSink:
             tracker.pause(event.seconds or 0.0, now_s)
             tracker.test_accuracy = event.test_accuracy
             elapsed_s = tracker.elapsed_s(now_s)
-            self._screen.line(wording.evaluation_line(event, tracker.loss, elapsed_s, self._screen.width))
+            line = wording.evaluation_line(
+                event, tracker.loss, elapsed_s, self._screen.width, has_rounds=tracker.has_rounds
+            )
+            self._screen.line(line)
 
     def _guarded(self, draw: Callable[[], None]) -> None:
         try:
@@ -144,7 +147,8 @@ class Tracker:
         self.loss: float | None = None
         self.step = run.start_step
         self._start_step, self._started_s = self.step, now_s
-        self._batch_size = run.batch_size
+        self.has_rounds = run.clients is not None
+        self._batch_size = None if self.has_rounds else run.batch_size  # of a round the samples are not known here
         self._epoch: int | None = None
         self._steps_per_second: float | None = None
         self._anchor_step, self._anchor_s = self.step, now_s
@@ -189,6 +193,7 @@ class Tracker:
             left_s=self._left_s(),
             elapsed_s=self.elapsed_s(now_s),
             team=self.team.describe(),
+            has_rounds=self.has_rounds,
         )
 
     def _left_s(self) -> float | None:

@@ -42,13 +42,15 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None
     elapsed_s: float
     team: str = ""  # how many workers there are of how many, where there are several
+    has_rounds: bool = False  # the steps are rounds of federated learning
 
 
 def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
     """Return one line of at most `width` columns: the most detailed layout that fits."""
     dot = " | " if is_ascii else " · "
-    epoch = _of("epoch", view.epoch, view.epochs)
-    steps = f"{view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
+    epoch, steps = _place(view.has_rounds, view.epoch, view.epochs, view.step, view.total_steps)
+    if view.total_steps and not view.has_rounds:
+        steps = steps.removeprefix("step ")
     share = f"{_percentage(view.step, view.total_steps)}%" if view.total_steps else ""
     full_team, team = (f"workers {view.team}", view.team.partition(",")[0]) if view.team else ("", "")
     team = f"workers {team}" if team else ""
@@ -89,10 +91,10 @@ def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
 
 def step_line(view: View) -> str:
     """Return progress as a line of a log."""
-    steps = f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else "")
+    epoch, steps = _place(view.has_rounds, view.epoch, view.epochs, view.step, view.total_steps)
     share = f"{_percentage(view.step, view.total_steps)}%" if view.total_steps else ""
     parts = [
-        _of("epoch", view.epoch, view.epochs),
+        epoch,
         _some(f"{steps} ({{}})", share) or steps,
         _some("loss {}", number(view.loss)),
         _some("{} samples/s", quantity(view.samples_per_second)),
@@ -137,9 +139,13 @@ class TeamCount:
         return f"{known}/{self._wanted}" + (f", {rejoining} rejoining" if rejoining else "")
 
 
-def evaluation_line(found: Evaluation, train_loss: float | None, elapsed_s: float, width: int | None) -> str:
+def evaluation_line(
+    found: Evaluation, train_loss: float | None, elapsed_s: float, width: int | None, *, has_rounds: bool = False
+) -> str:
     """Return what an evaluation found, as one line that fits `width` if one is given."""
-    epoch, step = _some("epoch {}", found.epoch), f"step {found.step}"
+    epoch, step = _place(has_rounds, found.epoch, None, found.step, None)
+    if has_rounds:
+        epoch, step = step, ""
     # The mean of the epoch, if it is known.
     loss = _some("loss {}", number(train_loss if found.train_loss is None else found.train_loss))
     test_loss = number(found.test_loss)
@@ -217,7 +223,7 @@ def header_lines(run: RunStarted) -> list[str]:
     if data:
         lines.append(", ".join(data))
     if run.start_step:
-        lines.append(f"continues after step {run.start_step:,}")
+        lines.append(f"continues after {'round' if run.clients else 'step'} {run.start_step:,}")
     if run.run_dir:
         lines.append(f"run directory: {_seen_from_here(run.run_dir)}")
     return lines
@@ -275,6 +281,15 @@ def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _place(
+    has_rounds: bool, epoch: int | None, epochs: int | None, step: int, total_steps: int | None
+) -> tuple[str, str]:
+    """Return how far a run is: the epoch, and the step. A round is both, and is said once."""
+    if has_rounds:
+        return "", _of("round", step, total_steps)
+    return _of("epoch", epoch, epochs), _of("step", step, total_steps)
 
 
 def _of(noun: str, count: int | None, total: int | None) -> str:

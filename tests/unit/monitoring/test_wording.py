@@ -104,6 +104,31 @@ def test_the_line_of_an_evaluation_in_full():
     assert wording.evaluation_line(regression, None, 8.2, 30) == "epoch 1  test loss 0.4210"
 
 
+ROUNDS = RunStarted(
+    strategy="federated", workers=2, clients=20, total_steps=10, batch_size=32, start_step=2, parameters=1
+)
+
+
+def test_federated_progress_counts_rounds_and_no_samples():
+    tracker = Tracker(ROUNDS, 0.0)
+    tracker.advance(3, 0.5, 10.0)
+    tracker.record_epoch(3)
+    view = tracker.view(10.0)
+    for said in (wording.bar(view, 117).plain, wording.step_line(view)):
+        assert "round 3/10" in said and "30%" in said
+        assert "epoch" not in said and "step" not in said
+        assert "samples" not in said, "a round has no batch"
+    assert wording.bar(msgspec.structs.replace(view, total_steps=None), 77).plain.startswith("round 3 ")
+    assert wording.header_lines(ROUNDS)[-1] == "continues after round 2"
+
+
+def test_the_evaluation_of_a_round():
+    found = Evaluation(epoch=3, step=3, test_loss=0.421, test_accuracy=0.8431)
+    line = wording.evaluation_line(found, 0.512, 8.2, 79, has_rounds=True)
+    assert line == "round 3  loss 0.5120  test loss 0.4210  test accuracy 84.31 %  8.2 s"
+    assert wording.evaluation_line(found, None, 8.2, 20, has_rounds=True) == "round 3  accuracy 84.31 %"
+
+
 def test_numbers_read_well():
     assert [wording.quantity(n) for n in (0.5, 950, 999.9, 12_345, 999_999, 1_050_000, 2e9)] == [
         "0.50", "950", "1.00k", "12.3k", "1.00M", "1.05M", "2.00G",
