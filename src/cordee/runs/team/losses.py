@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
@@ -87,6 +88,7 @@ class Losses:
         """Take a loss: start a replacement if there is one left; otherwise continue with fewer, or give up."""
         membership, lost = self._membership, loss.worker_index
         record = membership.of(lost)
+        loss = replace(loss, step=membership.step)  # its own last sign of life may be many steps old
         reach("losses.found")
         self._recoveries.take(loss, is_external=record.is_external)
         self._launcher.emit(events.WorkerLost(worker=lost, step=membership.step, reason=loss.reason))

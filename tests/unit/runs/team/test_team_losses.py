@@ -117,6 +117,15 @@ def test_a_lost_worker_is_replaced_as_often_as_may_be() -> None:
     assert [event.worker for event in scene.of(events.WorkerLost)] == [1, 2]
 
 
+def test_a_loss_is_told_with_the_step_that_the_team_is_in() -> None:
+    scene = Scene()
+    scene.membership.record_heartbeat(1, 0.0, step=0)
+    scene.membership.record_heartbeat(0, 0.0, step=115)  # the others say what they have done after the loss
+    scene.kill(1)
+    (lost,) = scene.of(events.WorkerLost)
+    assert lost.step == 115 and "worker 1 was killed by SIGKILL (in step 116);" in scene.warnings[-1]
+
+
 def test_a_team_whose_model_is_split_starts_again_as_a_whole() -> None:
     scene = Scene(is_elastic=False)
     scene.kill(1)
