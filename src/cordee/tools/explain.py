@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -33,7 +34,14 @@ _TOP = {
     "name": "names the run directory; else the name of the job file",
     "seed": "from which all random numbers of a run follow",
 }
-_PLAIN = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "None": "not set"}
+_PLAIN = {
+    "int": "whole number",
+    "float": "number",
+    "str": "text",
+    "bool": "true or false",
+    "None": "not set",
+    "Any": "text",  # or, from Python, a live object
+}
 
 
 class Key(NamedTuple):
@@ -111,13 +119,14 @@ def _own_fields(struct: type[Any]) -> Iterator[FieldDoc]:
     lines = source.splitlines()
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
+    names = vars(sys.modules[struct.__module__])
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert node.end_lineno is not None
             yield FieldDoc(
                 node.target.id,
-                describe_type(node.annotation),
-                _default(node.value),
+                describe_type(node.annotation, names),
+                _default(node.value, names),
                 _comment(lines, node.lineno - 1, node.end_lineno),
             )
 
@@ -135,13 +144,13 @@ def _comment(lines: list[str], first: int, end: int) -> str:
     return " ".join(above)
 
 
-def _default(value: ast.expr | None) -> str:
+def _default(value: ast.expr | None, names: dict[str, Any]) -> str:
     if value is None:
         return "required"
-    try:
-        plain = ast.literal_eval(value)
-    except ValueError:
-        return {"dict": "empty", "list": "empty"}.get(_factory(value), ast.unparse(value))
+    if (factory := _factory(value)) in ("dict", "list"):
+        return "empty"
+    # A default may be a constant of the module, or be computed: its value is what counts.
+    plain = ast.unparse(value) if factory else eval(compile(ast.Expression(value), "<default>", "eval"), names)
     if plain is None:
         return "not set"
     if isinstance(plain, bool):
@@ -154,20 +163,26 @@ def _factory(value: ast.expr) -> str:
     return next((ast.unparse(each.value) for each in keywords if each.arg == "default_factory"), "")
 
 
-def describe_type(annotation: ast.expr) -> str:
-    """Return an annotation in words: "fp32 or bf16", "whole number, or not set"."""
+def describe_type(annotation: ast.expr, names: dict[str, Any]) -> str:
+    """Return an annotation in words: "fp32 or bf16", "whole number, or not set". `names` has what it refers to."""
     if isinstance(annotation, ast.BinOp):
-        return f"{describe_type(annotation.left)}, or {describe_type(annotation.right)}"
+        return f"{describe_type(annotation.left, names)}, or {describe_type(annotation.right, names)}"
     if isinstance(annotation, ast.Subscript):
         outer = ast.unparse(annotation.value)
         if outer == "Literal":
             inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-            *before, last = [ast.unparse(each) for each in inner]
-            return f"{', '.join(before)} or {last}" if before else last
+            return _choice([ast.unparse(each) for each in inner])
         if outer in ("tuple", "list", "Sequence"):
             of = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
-            return f"list of: {describe_type(of)}"
+            return f"list of: {describe_type(of, names)}"
         if outer in ("dict", "Mapping"):
             return "table"
     text = ast.unparse(annotation)
+    if get_origin(names.get(text)) is Literal:
+        return _choice([repr(each) for each in get_args(names[text])])
     return _PLAIN.get(text, text)
+
+
+def _choice(values: list[str]) -> str:
+    *before, last = values
+    return f"{', '.join(before)} or {last}" if before else last

@@ -32,7 +32,11 @@ TEMPLATES = {
         "python text_files.py && cordee train {}",
     ),
     "federated": Template("a job file: 20 clients that keep their data, simulated on two workers", ("federated.toml",)),
-    "online": Template("a job file for data that keeps arriving", ("online.toml", "online_feed.py")),
+    "online": Template(
+        "a job file for data that keeps arriving, and a script that writes such data",
+        ("online.toml", "online_feed.py"),
+        "(python online_feed.py incoming & cordee train {})",  # in brackets: `cd FOLDER &&` comes before both
+    ),
     "server": Template("a job file: two workers and parameter servers, asynchronous", ("server.toml",)),
     "loop": Template("a training loop of your own, on any number of workers", ("own_loop.py",), "cordee run -n 2 {}"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,21 @@ def test_every_key_has_a_meaning() -> None:
         ("strategy.workers", "whole number", "1"),
         ("data.use", "text", "required"),
         ("checkpoint.storage", "text", "''"),
+        ("strategy.topk", "number", "0.01"),
+        ("strategy.segment_bytes", "whole number", "262144"),
+        ("data.collate", "text", "not set"),
     ],
 )
 def test_a_key_is_explained(name: str, values: str, default: str) -> None:
     (key,) = explain_key(name)
     assert (key.name, key.values, key.default) == (name, values, default)
+
+
+def test_values_and_defaults_are_said_without_names_of_the_source() -> None:
+    for key in all_keys():
+        assert not re.search(r"[A-Z_]{3}|<<|\bAny\b", key.values + key.default), key
+    compressions = [key.values for key in explain_key("strategy.compression")]
+    assert "'none', 'fp16', 'bf16', 'int8', 'int4', 'topk' or 'topk_2bit'" in compressions
 
 
 def test_a_section_and_a_key_without_its_section() -> None:
@@ -73,6 +84,13 @@ def test_a_template_is_whole_and_is_not_written_twice(name: str, tmp_path: Path)
     with pytest.raises(JobError, match=r"exists? already"):
         write_template(name, tmp_path / "new")
     assert made.files[0].read_text() == "mine"
+
+
+def test_the_template_that_needs_a_feed_starts_it(tmp_path: Path) -> None:
+    made = write_template("online", tmp_path / "my feed")
+    assert made.command == f"cd '{tmp_path / 'my feed'}' && (python online_feed.py incoming & cordee train online.toml)"
+    programs = [path.name for path in made.files if path.suffix == ".py"]
+    assert all(program in made.command for program in programs)
 
 
 def test_an_unknown_template() -> None:
