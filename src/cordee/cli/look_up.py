@@ -10,10 +10,38 @@ import typer
 from cordee.cli.output import print_json, print_text, wrapped
 
 
+def complete_kinds(incomplete: str) -> list[str]:
+    """Return the kinds of names that begin so, for the shell."""
+    from cordee.tools.look_up import KINDS
+
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+def complete_keys(incomplete: str) -> list[str]:
+    """Return the keys and sections of a job file that begin so, for the shell."""
+    from cordee.tools.explain import all_keys
+
+    names = [key.name for key in all_keys()]
+    sections = [name.partition(".")[0] for name in names]
+    return [name for name in dict.fromkeys([*sections, *names]) if name.startswith(incomplete)]
+
+
+def complete_templates(incomplete: str) -> list[str]:
+    """Return the templates whose name begins so, for the shell."""
+    from cordee.tools.new import TEMPLATES
+
+    return [name for name in TEMPLATES if name.startswith(incomplete)]
+
+
 def list_names(
     kind: Annotated[
         str,
-        typer.Argument(metavar="models|data|strategies|engines", help="What to list.", show_default=False),
+        typer.Argument(
+            metavar="models|data|strategies|engines",
+            help="What to list.",
+            show_default=False,
+            autocompletion=complete_kinds,
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
 ) -> None:
@@ -31,7 +59,13 @@ def list_names(
 
 def explain(
     key: Annotated[
-        str, typer.Argument(metavar="KEY", help="A key or a section: training.lr_scale, stop.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="KEY",
+            help="A key or a section: training.lr_scale, stop.",
+            show_default=False,
+            autocompletion=complete_keys,
+        ),
     ],
 ) -> None:
     """Say what a key of the job file means, which values it takes, and its default.
@@ -56,7 +90,14 @@ def explain(
 def new(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; made if need be.")] = Path(),
     template: Annotated[
-        str, typer.Option("--template", "-t", help="What to begin with; `cordee new --list` shows all.", metavar="T")
+        str,
+        typer.Option(
+            "--template",
+            "-t",
+            help="What to begin with; `cordee new --list` shows all.",
+            metavar="T",
+            autocompletion=complete_templates,
+        ),
     ] = "digits",
     list_all: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
 ) -> None:

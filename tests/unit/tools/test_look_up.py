@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cordee.cli.app import app
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.strategies.table import STRATEGIES
@@ -91,6 +93,21 @@ def test_the_template_that_needs_a_feed_starts_it(tmp_path: Path) -> None:
     assert made.command == f"cd '{tmp_path / 'my feed'}' && (python online_feed.py incoming & cordee train online.toml)"
     programs = [path.name for path in made.files if path.suffix == ".py"]
     assert all(program in made.command for program in programs)
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("cordee list mo", ["models"]),
+        ("cordee explain training.lr", ["training.lr_scale"]),
+        ("cordee explain stop", ["stop", "stop.accuracy"]),
+        ("cordee new --template on", ["online"]),
+    ],
+)
+def test_the_shell_completes_names(words: str, completed: list[str]) -> None:
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_CORDEE_COMPLETE": "complete_bash"}
+    said = CliRunner().invoke(app, prog_name="cordee", env=asked).stdout.split()
+    assert said[: len(completed)] == completed
 
 
 def test_an_unknown_template() -> None:
