@@ -142,7 +142,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_weights(tmp_path: Path, u
         command.process.kill()
     ended = run("train", str(tmp_path / "killed.toml"), "--resume", "--run-dir", str(run_dir))
     assert ended.code == 0, ended.stdout + ended.stderr
-    assert "continues after step 2" in ended.stdout or len(events(run_dir, "round")) >= 4
+    assert "continues after round 2" in ended.stdout or len(events(run_dir, "round")) >= 4
     assert summary(run_dir)["weights_sha256"] == undisturbed
 
 
