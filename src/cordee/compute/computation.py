@@ -213,11 +213,7 @@ def aligned(tensor: Tensor) -> Tensor:
     At other alignments kernels add in another order: a linear layer of 5 inputs gives other bits for the same rows at
     another place of a batch.
     """
-    return tensor if is_aligned(tensor) else tensor.clone()
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
 def find_unsound(batch: Batch | Pieces) -> tuple[int, str] | None:

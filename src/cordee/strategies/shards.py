@@ -8,7 +8,6 @@ shards of what each would have kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Block, Shards, add_up
-from cordee.strategies.one_pass import OnePass
 
 NUM_FIXED = 5  # loss sum, count, correct, items, samples; the votes follow
 COUNT_AT = 1
@@ -40,7 +38,6 @@ class ShardReducer:
         self._layout = GradientLayout(self._parameters, len(self._parameters) + NUM_FIXED + len(Votes._fields))
         self._rows = _ExchangeRows(self._layout, self._tree)
         self._spare: list[GradientRow] = []
-        self._one_pass = OnePass(model, computation, self._parameters)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         """Leave the gradient of the whole batch in `.grad`. `parts` are those of the own shards, as many of each.
@@ -50,20 +47,15 @@ class ShardReducer:
         seed = torch.default_generator.initial_seed()
         num_parts = len(parts) // self._shards.num_held
         self._buffers.begin()
-        together: list[GradientRow] = []  # of the own shards, where they are computed at once
 
         def compute(block: Block) -> GradientRow | None:
             if block.stop - block.first > 1:
                 return None
             own = block.first - self._shards.first
-            if together:
-                return together[own]
             torch.default_generator.manual_seed(derive_seed(seed, "shard", block.first))
             return self._compute_shard(block.first, parts[own * num_parts : (own + 1) * num_parts], measure)
 
         try:
-            if num_parts == 1:
-                together = self._compute_at_once(seed, parts, measure)
             for place, block in enumerate(self._tree.own):
                 row = add_up(block, compute, self._add)
                 self._rows.put(place, row)
@@ -79,31 +71,6 @@ class ShardReducer:
             raise
         return self._finish(summed, users, totals, measure)
 
-    def _compute_at_once(self, seed: int, parts: Sequence[Batch], measure: bool) -> list[GradientRow]:
-        """Return what `_compute_shard` would return for each shard, computed at once; nothing where that cannot be."""
-        if (layers := self._one_pass.layers_for(parts)) is None:
-            return []
-        rows = [self._take_row() for _ in parts]
-
-        def loss_of(own: int, model: Callable[..., Any]) -> Loss:
-            torch.default_generator.manual_seed(derive_seed(seed, "shard", self._shards.first + own))
-            return self._computation.forward_backward(
-                model, [parts[own]], total_count=self._nominal_count, measure=measure
-            )
-
-        losses = self._one_pass.compute(layers, parts, rows, loss_of)
-        if losses is None:
-            self._spare += rows
-            return []
-        flags = [1.0] * len(self._parameters)
-        tails = torch.tensor([[*flags, *loss.summands(), *Votes()] for loss in losses])
-        for row, tail in zip(rows, tails, strict=True):
-            row.tail.copy_(tail)
-        return rows
-
-    def _take_row(self) -> GradientRow:
-        return self._spare.pop() if self._spare else self._layout.row()
-
     def _compute_shard(self, shard: int, parts: Sequence[Batch], measure: bool) -> GradientRow:
         for parameter in self._parameters:
             parameter.grad = None
@@ -111,7 +78,7 @@ class ShardReducer:
             self._model, [aligned(part) for part in parts], total_count=self._nominal_count, measure=measure
         )
         self._buffers.collect(shard, has_samples=loss.num_samples > 0)
-        row = self._take_row()
+        row = self._spare.pop() if self._spare else self._layout.row()
         flags = copy_gradients(row.views, [parameter.grad for parameter in self._parameters])
         row.tail.copy_(torch.tensor([*flags, *loss.summands(), *Votes()]))
         return row
