@@ -120,13 +120,14 @@ def _own_fields(struct: type[Any]) -> Iterator[FieldDoc]:
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     names = vars(sys.modules[struct.__module__])
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert node.end_lineno is not None
             yield FieldDoc(
                 node.target.id,
                 describe_type(node.annotation, names),
-                _default(node.value, names),
+                _default(node.value, defaults[node.target.id]),
                 _comment(lines, node.lineno - 1, node.end_lineno),
             )
 
@@ -144,13 +145,14 @@ def _comment(lines: list[str], first: int, end: int) -> str:
     return " ".join(above)
 
 
-def _default(value: ast.expr | None, names: dict[str, Any]) -> str:
+def _default(value: ast.expr | None, plain: Any) -> str:
     if value is None:
         return "required"
     if (factory := _factory(value)) in ("dict", "list"):
         return "empty"
+    if factory:
+        return ast.unparse(value)
     # A default may be a constant of the module, or be computed: its value is what counts.
-    plain = ast.unparse(value) if factory else eval(compile(ast.Expression(value), "<default>", "eval"), names)
     if plain is None:
         return "not set"
     if isinstance(plain, bool):
